@@ -3,8 +3,8 @@
 Read: `pipeline.py` (all steps in order); `accumulate.py`; `trace/` (the module as one graph);
 `names.py`, `findings.py` (the audit); `python_state/` (Python values in the graph, and hooks);
 `buffers.py`, `inplace.py`, `view_writes.py`, `overlaps.py` (functional);
-`builder.py`, `autocast.py` (its casts), `normalise.py` with `rewrites/`, `attention/` (masks),
-`mixtures.py` (of experts), `outputs.py` (canonical operators);
+`builder.py`, `autocast.py` (its casts), `normalise.py` with `rewrites/`, `sorted_rows.py` (by
+expert), `attention/` (masks), `mixtures.py` (of experts), `outputs.py` (canonical operators);
 `dependence.py`, `constants.py`, `prologue.py` (cut); `lift.py` (all in float64);
 `reference.py` (run the result); `positional.py` (run the module itself, on the result's random
 numbers).

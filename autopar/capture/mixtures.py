@@ -4,6 +4,9 @@
     a = act(h), or act(gate) * up with gate and up the halves of h, or its columns in turns
     y = expert_linear(a, w_out, ids)                        becomes expert_mlp(x, w_in, w_out, ids)
 
+    gate, up = (expert_linear(x, w, ids) for w in (w_gate, w_up))
+    y = expert_linear(act(gate) * up, w_out, ids)           becomes expert_gated_mlp(x, w_gate, ..)
+
 for the activations of `operators/gates.py`. Sharded experts then exchange rows once a mixture, not
 once a matmul. If anything else reads what is in between, or the activation is another one, they
 stay two matmuls. A bias of y stays behind the mixture.
@@ -19,7 +22,7 @@ import torch
 from torch import fx
 
 from autopar.capture.trace import REGION
-from autopar.operators.experts import EXPERT_LINEAR, EXPERT_MLP
+from autopar.operators.experts import EXPERT_GATED_MLP, EXPERT_LINEAR, EXPERT_MLP
 from autopar.operators.gates import CLAMPED
 
 aten = torch.ops.aten
@@ -28,12 +31,14 @@ _HALVES = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 
 
 class _Hidden(NamedTuple):
-    """The first matmul, its bias and the ids of that, and what is between the two and a reader."""
+    """The first matmul, its bias and the ids of that, and what is between the two and a reader; or
+    two, of gate and up."""
 
     matmul: fx.Node
     bias: fx.Node | None = None
     bias_ids: fx.Node | None = None
     between: tuple[fx.Node, ...] = ()
+    up: fx.Node | None = None
 
 
 class _Mixture(NamedTuple):
@@ -64,21 +69,25 @@ def join_mixtures(graph: fx.Graph) -> None:
         for hidden, activation, interleaved, between in _candidates(node):
             x, w_in, ids, first_transposed = _matmul(hidden.matmul)
             inside = {hidden.matmul, *hidden.between, *between}
+            ups = [] if hidden.up is None else [_matmul(hidden.up)]
             if (
                 transposed == first_transposed
                 and _is_same(ids, other_ids)
                 and (hidden.bias_ids is None or _is_same(ids, hidden.bias_ids))
+                and all(rows is x and _is_same(ids, by) for rows, _, by, _ in ups)
+                and all(turned == transposed for *_, turned in ups)
                 and all(user in inside or user is node for n in inside for user in n.users)
                 and len({n.meta.get(REGION) for n in (*inside, node)}) == 1
             ):
+                node.target = EXPERT_GATED_MLP if ups else EXPERT_MLP
                 more = (hidden.bias, interleaved) if hidden.bias or interleaved else ()
-                args = (x, w_in, w_out, ids, activation, transposed, *more)
-                node.target, node.args = EXPERT_MLP, args
-                node._rename("expert_mlp")
+                weights = w_in, *(w for _, w, *_ in ups), w_out
+                node.args = (x, *weights, ids, activation, transposed, *more)
+                node._rename(node.target._opname)
                 for n in [n for n in reversed(graph.nodes) if n in inside]:
                     graph.erase_node(n)
-                for unread in (other_ids, hidden.bias_ids):
-                    if unread is not None and unread is not ids and not unread.users:
+                for unread in (other_ids, hidden.bias_ids, *(by for *_, by, _ in ups)):
+                    if unread not in (None, ids) and not unread.users:
                         graph.erase_node(unread)
                 break
 
@@ -102,7 +111,10 @@ def _candidates(second: fx.Node) -> Iterator[_Mixture]:
 
 
 def _of_halves(activation: str, gate: Any, up: Any, between: set[fx.Node]) -> Iterator[_Mixture]:
-    """The mixture, if `gate` and `up` are the halves of the features of a first matmul."""
+    """The mixture, if `gate` and `up` are the halves of the features of a first matmul, or those of
+    two."""
+    if _is_call(gate, EXPERT_LINEAR) and _is_call(up, EXPERT_LINEAR):
+        yield _Mixture(_Hidden(gate, up=up), activation, False, frozenset({*between, up}))
     first, second = _part(gate), _part(up)
     if first is None or second is None or (first.which, second.which) != (0, 1):
         return

@@ -4,6 +4,7 @@ export       one ATen graph of a fake copy            trace/
 functional   no mutation                              buffers.py, inplace.py, view_writes.py
 normalise    canonical operators                      normalise.py, rewrites/, builder.py,
                                                       autocast.py
+unsort       rows that are sorted by expert            sorted_rows.py
 lift         if asked for: everything in float64      lift.py
 attention    masks, and heads that queries share      attention/
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
@@ -42,6 +43,7 @@ from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
 from autopar.capture.prologue import find_divisors, make_prologue
 from autopar.capture.python_state import freeze
+from autopar.capture.sorted_rows import unsort_rows
 from autopar.capture.trace import (
     REGION,
     LossFn,
@@ -151,7 +153,7 @@ def capture(
     by_name = _add_parameters(model, builder, roles := Roles(), precision)
     _add_placeholders(model, exported, builder, roles, by_name, prefix, {*changed}, live_buffers)
     autocast = Autocast(precision)
-    results = normalise(graph, builder, roles.traced, autocast)
+    results = unsort_rows(builder, normalise(graph, builder, roles.traced, autocast))
     n_results = len(results) - len(changed)
     outputs = read_outputs(
         model, results[:n_results], exported.call_spec.out_spec, builder.has_grad, training,

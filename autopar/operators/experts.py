@@ -2,11 +2,12 @@
 
     y[r] = W[ids[r]] @ x[r]                               expert_linear
     y[r] = W_out[ids[r]] @ a(W_in[ids[r]] @ x[r] + b_in[ids[r]])         expert_mlp
+    y[r] = W_out[ids[r]] @ a(W_gate[ids[r]] @ x[r], W_up[ids[r]] @ x[r])         expert_gated_mlp
 
 with x [n, i], ids [n], W [e, o, i], or [e, i, o] if `transposed`; b_in may be missing. Activations
 are in `gates.py`. They are gated if W_in makes twice as many features as W_out takes: gate and up
-are the halves of h, or take turns in it if `interleaved`. A bias of the results is added outside:
-ranks that have parts of the features sum their results.
+are the halves of h, or take turns in it if `interleaved`. Or each has a matrix of its own. A bias
+of the results is added outside: ranks that have parts of the features sum their results.
 
 `weight[ids]` would be n matrices. Here rows are sorted by expert, so each expert's are contiguous
 (`SortedRows`), and one grouped matmul computes all (`F.grouped_mm`, where it has the dtype, device
@@ -150,20 +151,23 @@ class ExpertLinear:
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """Two matmuls with an activation between them, of rows sorted by expert."""
+    """Two matmuls with an activation between them, of rows sorted by expert. Its weights are w_in
+    and w_out; or w_gate, w_up and w_out, if gate and up are `apart`."""
 
     activation: str
     transposed: bool
     interleaved: bool = False
+    apart: bool = False
 
     def forward(
-        self, sorted_rows: SortedRows, rows: Tensor, w_in: Tensor, w_out: Tensor,
-        b_in: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The results, and what backward needs besides: the features before the activation."""
-        hidden = sorted_rows.times(rows, w_in, self.transposed)
-        if b_in is not None:
-            hidden += sorted_rows.each(b_in, len(rows))
+        self, sorted_rows: SortedRows, rows: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The results, and what backward needs besides: the features before the activation. A bias
+        of them is last, if there is one."""
+        into, w_out, *biases = self._read(weights)
+        hidden = self._features(sorted_rows, rows, into)
+        for bias in biases:
+            hidden += sorted_rows.each(bias, len(rows))
         gate, up = self._halves(hidden, w_out)
         activation = activation_of(self.activation)
         features = activation.act(gate)
@@ -173,20 +177,24 @@ class ExpertMlp:
 
     def backward(
         self, sorted_rows: SortedRows, gradient: Tensor, rows: Tensor, kept: Tensor | None,
-        wanted: Sequence[bool], w_in: Tensor, w_out: Tensor,
+        wanted: Sequence[bool], *weights: Tensor,
     ) -> Gradients:  # fmt: skip
-        """Of the rows, both weights, and the bias if there is one, where `wanted`: of rows, both
-        weights, ids, and perhaps the bias."""
+        """Of the rows, the weights, and the bias if there is one, where `wanted`: of rows, weights,
+        ids, and perhaps the bias."""
         assert kept is not None
+        into, w_out = self._read(weights)
+        learns, of_bias = wanted[1 : 1 + len(into)], wanted[3 + len(into) :]
         activation = activation_of(self.activation)
         gate, up = self._halves(kept, w_out)
-        of_rows = of_in = of_out = of_bias = None
-        activated = activation.act(gate) if wanted[2] or up is not None else gate
-        if wanted[2]:
+        of_rows = of_out = None
+        of_into: list[Tensor | None] = [None] * len(into)
+        activated = activation.act(gate) if wanted[1 + len(into)] or up is not None else gate
+        if wanted[1 + len(into)]:
             features = activated if up is None else activated * activation.factor(up)
             of_out = sorted_rows.gradient(gradient, features, self.transposed)
             del features
-        if wanted[0] or wanted[1] or any(wanted[4:]):
+        biases: list[Tensor] = []
+        if wanted[0] or any(learns) or any(of_bias):
             of_hidden = torch.empty_like(kept)
             of_features = sorted_rows.times(gradient, w_out, not self.transposed)
             of_gate, of_up = self._halves(of_hidden, w_out)
@@ -198,13 +206,31 @@ class ExpertMlp:
             del activated
             of_gate.copy_(activation.differentiate(of_features, gate))
             del of_features
-            if wanted[0]:
-                of_rows = sorted_rows.times(of_hidden, w_in, not self.transposed)
-            if wanted[1]:
-                of_in = sorted_rows.gradient(of_hidden, rows, self.transposed)
-            if any(wanted[4:]):
-                of_bias = sorted_rows.sums(of_hidden)
-        return of_rows, of_in, of_out, *(of_bias for _ in wanted[4:])
+            parts = of_hidden.chunk(len(into), 1)
+            for part, w in zip(parts, into, strict=True) if wanted[0] else ():
+                found = sorted_rows.times(part, w, not self.transposed)
+                of_rows = found if of_rows is None else of_rows.add_(found)
+            of_into = [
+                sorted_rows.gradient(part, rows, self.transposed) if learn else None
+                for part, learn in zip(parts, learns, strict=True)
+            ]
+            biases = [sorted_rows.sums(of_hidden)] if any(of_bias) else []
+        return of_rows, *of_into, of_out, *(biases or (None for _ in of_bias))
+
+    def _read(self, weights: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Those into the features; that out of them; and the rest."""
+        n = 1 + self.apart
+        return weights[:n], *weights[n:]
+
+    def _features(self, sorted_rows: SortedRows, rows: Tensor, into: Sequence[Tensor]) -> Tensor:
+        """n i, e o i -> n (g o): of gate, then of up."""
+        if len(into) == 1:
+            return sorted_rows.times(rows, into[0], self.transposed)
+        widths = [w.shape[2 if self.transposed else 1] for w in into]
+        hidden = rows.new_empty(len(rows), sum(widths))
+        for part, w in zip(hidden.split(widths, 1), into, strict=True):
+            part.copy_(sorted_rows.times(rows, w, self.transposed))
+        return hidden
 
     def _halves(self, hidden: Tensor, w_out: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gate and up; without a gate, all of it."""
@@ -245,12 +271,12 @@ def expert_outer(rows: Tensor, columns: Tensor, ids: Tensor, n_experts: int) -> 
 @torch.library.custom_op("autopar::expert_mlp_forward", mutates_args=())
 def expert_mlp_forward(
     x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool,
-    b_in: Tensor | None, interleaved: bool,
+    b_in: Tensor | None, interleaved: bool, w_up: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The results, and the features before the activation, of rows sorted by expert."""
-    of = ExpertMlp(activation, transposed, interleaved)
-    biases = () if b_in is None else (b_in,)
-    y, hidden = _run_forward(of, x, ids, w_in, w_out, *biases)
+    of = ExpertMlp(activation, transposed, interleaved, w_up is not None)
+    weights = [w for w in (w_in, w_up, w_out, b_in) if w is not None]
+    y, hidden = _run_forward(of, x, ids, *weights)
     assert hidden is not None
     return y, hidden
 
@@ -259,17 +285,23 @@ def expert_mlp_forward(
 def expert_mlp_backward(
     gradient: Tensor, x: Tensor | None, w_in: Tensor, w_out: Tensor, ids: Tensor, hidden: Tensor,
     activation: str, transposed: bool, interleaved: bool, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of rows, weights and bias; empty where they are not `wanted`: of rows,
-    weights, ids and bias."""
+    w_up: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of rows, weights, bias and w_up; empty where they are not `wanted`: of rows,
+    weights, ids, bias and w_up."""
     order, ends = sort_rows(ids, len(w_in))
     rows = gradient if x is None else x[order]  # no gradient reads them without x
-    of_rows, *others = ExpertMlp(activation, transposed, interleaved).backward(
-        SortedRows(ends), gradient[order], rows, hidden, wanted, w_in, w_out
-    )
-    of_x = None if of_rows is None else in_order(order, of_rows)
+    of_x, of_in, of_out, of_ids, of_bias, of_up = wanted
+    ups = () if w_up is None else (w_up,)
+    of_rows, for_in, *others = ExpertMlp(activation, transposed, interleaved, bool(ups)).backward(
+        SortedRows(ends), gradient[order], rows, hidden,
+        [of_x, of_in, *(of_up for _ in ups), of_out, of_ids, of_bias], w_in, *ups, w_out,
+    )  # fmt: skip
+    for_up = others.pop(0) if ups else None
+    rows_back = None if of_rows is None else in_order(order, of_rows)
     nothing = gradient.new_empty(0)
-    return tuple(nothing.clone() if g is None else g for g in (of_x, *others))  # type: ignore[return-value]
+    found = rows_back, for_in, *others, for_up
+    return tuple(nothing.clone() if g is None else g for g in found)  # type: ignore[return-value]
 
 
 torch.library.define(
@@ -289,7 +321,25 @@ def expert_mlp(
     It is (f g) for (g f) if `interleaved`.
     """
     forward = torch.ops.autopar.expert_mlp_forward
-    y: Tensor = forward(x, w_in, w_out, ids, activation, transposed, b_in, interleaved)[0]
+    y: Tensor = forward(x, w_in, w_out, ids, activation, transposed, b_in, interleaved, None)[0]
+    return y
+
+
+torch.library.define(
+    "autopar::expert_gated_mlp",
+    "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_out, Tensor ids, str activation, "
+    "bool transposed) -> Tensor",
+)
+
+
+@torch.library.impl("autopar::expert_gated_mlp", "CompositeImplicitAutograd")
+def expert_gated_mlp(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor, ids: Tensor, activation: str,
+    transposed: bool,
+) -> Tensor:  # fmt: skip
+    """n i, e f i, e f i, e o f, n -> n o; the weights are e i f, e i f, e f o if `transposed`."""
+    forward = torch.ops.autopar.expert_mlp_forward
+    y: Tensor = forward(x, w_gate, w_out, ids, activation, transposed, None, False, w_up)[0]
     return y
 
 
@@ -306,22 +356,24 @@ def _(rows: Tensor, columns: Tensor, ids: Tensor, n_experts: int) -> Tensor:
 @expert_mlp_forward.register_fake
 def _(
     x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool,
-    b_in: Tensor | None, interleaved: bool,
+    b_in: Tensor | None, interleaved: bool, w_up: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dim = 2 if transposed else 1
-    return x.new_empty(len(x), w_out.shape[dim]), x.new_empty(len(x), w_in.shape[dim])
+    n_features = w_in.shape[dim] + (0 if w_up is None else w_up.shape[dim])
+    return x.new_empty(len(x), w_out.shape[dim]), x.new_empty(len(x), n_features)
 
 
 @expert_mlp_backward.register_fake
 def _(
     gradient: Tensor, x: Tensor | None, w_in: Tensor, w_out: Tensor, ids: Tensor, hidden: Tensor,
     activation: str, transposed: bool, interleaved: bool, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    w_up: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     shapes = (
         (len(gradient), w_in.shape[1 if transposed else 2]), w_in.shape, w_out.shape,
-        (len(w_in), hidden.shape[1]),
+        (len(w_in), hidden.shape[1]), w_in.shape,
     )  # fmt: skip
-    asked = [*wanted[:3], wanted[4]]
+    asked = [*wanted[:3], *wanted[4:]]
     return tuple(gradient.new_empty(s if w else 0) for s, w in zip(shapes, asked, strict=True))  # type: ignore[return-value]
 
 
@@ -344,21 +396,23 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
 
 
 def _keep_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w_in, w_out, ids, activation, transposed, _, interleaved = inputs
+    x, w_in, w_out, ids, activation, transposed, _, interleaved, w_up = inputs
     ctx.options = activation, transposed, interleaved
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w_in, w_out, ids, output[1])
+    reads_rows = ctx.needs_input_grad[1] or ctx.needs_input_grad[8]
+    ctx.save_for_backward(x if reads_rows else None, w_in, w_out, ids, output[1], w_up)
 
 
 def _backward_mlp(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     needed = ctx.needs_input_grad
-    wanted = [*needed[:4], needed[6]]
-    found = torch.ops.autopar.expert_mlp_backward(
-        gradient, *ctx.saved_tensors, *ctx.options, wanted
+    wanted = [*needed[:4], needed[6], needed[8]]
+    *saved, w_up = ctx.saved_tensors
+    found = torch.ops.autopar.expert_mlp_backward(gradient, *saved, *ctx.options, wanted, w_up)
+    asked = [*wanted[:3], *wanted[4:]]
+    *kept, of_bias, of_up = (
+        g if is_asked else None for g, is_asked in zip(found, asked, strict=True)
     )
-    asked = [*wanted[:3], wanted[4]]
-    *kept, of_bias = (g if is_asked else None for g, is_asked in zip(found, asked, strict=True))
-    return *kept, None, None, None, of_bias, None
+    return *kept, None, None, None, of_bias, None, of_up
 
 
 expert_linear.register_autograd(_backward, setup_context=_keep)
@@ -366,6 +420,7 @@ expert_mlp_forward.register_autograd(_backward_mlp, setup_context=_keep_mlp)
 
 EXPERT_LINEAR = torch.ops.autopar.expert_linear.default
 EXPERT_MLP = torch.ops.autopar.expert_mlp.default
+EXPERT_GATED_MLP = torch.ops.autopar.expert_gated_mlp.default
 
 
 _OUTER = torch.ops.autopar.expert_outer.default
@@ -382,15 +437,16 @@ def _workspace(operator: Any, args: Sequence[Any]) -> int:
         x = args[0]
         n_features = x.shape[1] + args[1].shape[1]
     elif operator is _MLP:
-        x, w_in, w_out, _, activation, transposed, b_in, _ = args
+        x, w_in, w_out, _, activation, transposed, b_in, *_ = args
         n_inner, n_out = w_out.shape[1:] if transposed else w_out.mT.shape[1:]
         n_hidden = 0 if b_in is None else w_in.shape[2 if transposed else 1]  # a bias for each row
         n_between = max(n_hidden, n_inner * (1 + activation_of(activation).has_factor))
         n_features = max(x.shape[1] + max(n_inner, n_between - n_out), n_out)
     else:
-        x, _, w_in, w_out, _, hidden, _, transposed, *_ = args
+        x, _, w_in, w_out, _, hidden, _, transposed, _, _, w_up = args
         n_in, n_inner = w_in.shape[1 if transposed else 2], w_out.shape[1 if transposed else 2]
-        n_features = x.shape[1] + hidden.shape[1] + max(n_in, 2 * n_inner)
+        n_sums = 1 if w_up is None else 2  # of gradients of rows
+        n_features = x.shape[1] + hidden.shape[1] + max(n_sums * n_in, 2 * n_inner)
     return len(x) * (16 + n_features * x.itemsize)
 
 

@@ -5,7 +5,7 @@ Read `rule.py` (a rule), `pattern.py` (strategies from notation), `lowering.py`,
 `indexing.py`, `bags.py`, `convolutions.py`, `normalisation.py`, `losses.py`, `experts.py`,
 `random.py`, `padded.py`; then `tables.py` (all rules), `operators.py`, `signature.py`, `derived.py`
 (what torch knows of an operator), `functions.py` (`autograd.Function`s), `registry.py` (the
-look-up).
+look-up), `rows.py` (is each row computed alone?).
 It may import `placement`, `schedule`, `mesh` and the files and rooms below them.
 It mainly hands on `OpCall`, `rule_for` and `axis_strategies`.
 """
@@ -27,6 +27,7 @@ from autopar.rules.registry import (
     register_rule,
     rule_for,
 )
+from autopar.rules.rows import row_dim
 from autopar.rules.rule import OpCall, OpRule
 from autopar.rules.tables import FUSED, MATMULS, VIEWS
 from autopar.rules.views import view_notation
@@ -57,6 +58,7 @@ __all__ = [
     "register_line",
     "register_rule",
     "resolve",
+    "row_dim",
     "rule_for",
     "view_notation",
 ]

@@ -40,6 +40,8 @@ from autopar.placement import TensorType
 from autopar.program.graph import Cell, Operator, Program, Types, operators_of, tensor_types
 from autopar.rules import FUSED, rule_for
 
+_STACK = "aten.stack.default"
+
 
 class Neediest(NamedTuple):
     """An operator, and what it needs beside all that is saved, unsharded.
@@ -188,10 +190,11 @@ class Analysis:
 
     @cached_property
     def parameter_views(self) -> frozenset[str]:
-        """The parameters and their views."""
+        """The parameters, their views, and stacks of them, such as of experts."""
         found = set(self.program.parameters)
         for operator in self.operators:
-            if rule_for(str(operator.call.op)).view and found.issuperset(operator.inputs):
+            is_view = rule_for(str(operator.call.op)).view or str(operator.call.op) == _STACK
+            if is_view and found.issuperset(operator.inputs):
                 found.update(operator.outputs)
         return frozenset(found)
 

@@ -30,6 +30,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+
 from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
@@ -118,7 +120,7 @@ class AppliedConstraints:
     parameter_classes: frozenset[int]
     whole: frozenset[str]  # model inputs and constants
     constants: frozenset[str]
-    parameter_views: frozenset[str]  # parameters and views of them
+    parameter_views: frozenset[str]  # parameters, views and stacks of them
 
     @staticmethod
     def of(
@@ -129,12 +131,18 @@ class AppliedConstraints:
         parameter_views: frozenset[str],
     ) -> AppliedConstraints:
         parameters = frozenset(program.parameters)
+        # Not all views: one that is expanded to the rows has their class.
+        stacks = [
+            n.name
+            for n in program.graph.nodes
+            if n.target is torch.ops.aten.stack.default and n.name in parameter_views
+        ]
         return AppliedConstraints(
             constraints,
             parameters,
             batch_cells,
             classes,
-            frozenset(c for p in parameters for dim in classes[p] for c in dim),
+            frozenset(c for p in (*parameters, *stacks) for dim in classes[p] for c in dim),
             frozenset(n.name for n in program.graph.nodes if n.op == "placeholder")
             - parameters
             - set(program.received),

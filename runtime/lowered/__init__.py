@@ -13,8 +13,10 @@ import `collectives`, its neighbour. It mainly hands on functions such as
 from autopar.runtime.lowered.attention import causal_attention
 from autopar.runtime.lowered.bags import vocab_parallel_bags, vocab_parallel_weighted_bags
 from autopar.runtime.lowered.experts import (
+    expert_exchange_gated_mlp,
     expert_exchange_linear,
     expert_exchange_mlp,
+    expert_parallel_gated_mlp,
     expert_parallel_linear,
     expert_parallel_mlp,
 )
@@ -32,8 +34,10 @@ from autopar.runtime.lowered.vocabulary import (
 
 LOWERED: dict[str, Lowered] = {
     "causal_attention": causal_attention,
+    "expert_exchange_gated_mlp": expert_exchange_gated_mlp,
     "expert_exchange_linear": expert_exchange_linear,
     "expert_exchange_mlp": expert_exchange_mlp,
+    "expert_parallel_gated_mlp": expert_parallel_gated_mlp,
     "expert_parallel_linear": expert_parallel_linear,
     "expert_parallel_mlp": expert_parallel_mlp,
     "ring_attention": ring_attention,
@@ -49,8 +53,10 @@ __all__ = [
     "LOWERED",
     "Lowered",
     "causal_attention",
+    "expert_exchange_gated_mlp",
     "expert_exchange_linear",
     "expert_exchange_mlp",
+    "expert_parallel_gated_mlp",
     "expert_parallel_linear",
     "expert_parallel_mlp",
     "ring_attention",

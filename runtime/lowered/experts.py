@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -242,5 +243,10 @@ def _mixture_parts(x: Tensor, n_local: int) -> int:
 
 
 _LINEAR, _MLP = _Experts(1, ExpertLinear), _Experts(2, ExpertMlp, _mixture_parts)
+_GATED = _Experts(3, partial(ExpertMlp, apart=True), _mixture_parts)
 expert_parallel_linear, expert_exchange_linear = _LINEAR.lowered_parallel, _LINEAR.lowered_exchange
 expert_parallel_mlp, expert_exchange_mlp = _MLP.lowered_parallel, _MLP.lowered_exchange
+expert_parallel_gated_mlp, expert_exchange_gated_mlp = (
+    _GATED.lowered_parallel,
+    _GATED.lowered_exchange,
+)

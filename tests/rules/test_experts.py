@@ -58,9 +58,14 @@ class TestOperator:
         for sample in ((x(8, 6), x(4, 3, 6), IDS), (x(8, 6), x(4, 6, 3), IDS, True)):
             torch.library.opcheck(expert_linear, sample, test_utils=checks)
         mixture = x(8, 6), x(4, 10, 6), x(4, 3, 5), IDS, "silu", False
-        for more in ((None, False), (x(4, 10), True)):
+        apart = x(8, 6), x(4, 5, 6), x(4, 3, 5), IDS, "silu", False
+        for of, more in (
+            (mixture, (None, False, None)),
+            (mixture, (x(4, 10), True, None)),
+            (apart, (None, False, x(4, 5, 6))),
+        ):
             kernel = experts.expert_mlp_forward._opoverload
-            torch.library.opcheck(kernel, (*mixture, *more), test_utils=checks)
+            torch.library.opcheck(kernel, (*of, *more), test_utils=checks)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -295,15 +300,10 @@ class TestCapture:
             parts = [rows[torch.where(ids == e)[0]] @ m.experts[e] for e in range(4)]
             return torch.cat(parts).pow(2).sum()
 
-        def grouped(m: Any, rows: Tensor, ids: Tensor) -> Tensor:
-            ends = torch.searchsorted(ids, torch.arange(4), right=True, out_int32=True)
-            return F.grouped_mm(rows, m.experts, offs=ends).pow(2).sum()
-
-        for forward in (looped, grouped):
-            module = Module(forward)
-            module.experts = nn.Parameter(torch.randn(4, 4, 4))
-            with pytest.raises(CaptureError, match=r"experts: torch.bmm\(weight\[ids\]"):
-                capture(module, (torch.randn(8, 4), IDS))
+        module = Module(looped)
+        module.experts = nn.Parameter(torch.randn(4, 4, 4))
+        with pytest.raises(CaptureError, match=r"experts: torch.bmm\(weight\[ids\]"):
+            capture(module, (torch.randn(8, 4), IDS))
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_block_of_transformers_equals_eager(self, family: str) -> None:

@@ -46,6 +46,14 @@ def expert_matmul(b: Builder, call: TracedCall) -> fx.Node | None:
     return None
 
 
+def without_transpose(b: Builder, call: TracedCall) -> fx.Node | None:
+    """Rewrite an `expert_linear` that reads transposed matrices."""
+    x, weight, ids, *transposed = call.args
+    if weight.target not in _TRANSPOSES or not _swaps_last_two(weight):
+        return None
+    return b.op(expert_linear, x, _arguments(weight)[0], ids, not any(transposed))
+
+
 def _looked_up(matrices: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     """`weight[ids]` -> weight, ids, and whether the matrices are transposed afterwards."""
     transposed, args = False, _arguments(matrices)

@@ -35,7 +35,7 @@ from torch import fx
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites.attention import attention
 from autopar.capture.rewrites.bags import BAG_REWRITES
-from autopar.capture.rewrites.experts import expert_matmul
+from autopar.capture.rewrites.experts import expert_linear, expert_matmul, without_transpose
 from autopar.capture.rewrites.images import IMAGE_REWRITES
 from autopar.capture.rewrites.losses import LOSS_REWRITES, mean_of
 from autopar.capture.rewrites.places import PLACE_REWRITES, expanded
@@ -230,6 +230,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.addmv.default: add_matmul(aten.mv.default, "mat", "vec"),
     aten.bmm.default: expert_matmul,
     aten.matmul.default: expert_matmul,
+    expert_linear: without_transpose,
     aten.mean.default: mean,
     aten.mean.dim: mean,
     **LOSS_REWRITES,

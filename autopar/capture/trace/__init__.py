@@ -5,7 +5,8 @@ Read: `kinds.py` (what is no model, and no input); `isolate.py`, `norms.py` (the
 `layer_copies.py` (one of equal layers is traced); `exchange.py`, with `functions.py`,
 `checkpointed.py`, `derivatives.py`, `transforms.py` (`autograd.Function`, `torch.utils.checkpoint`,
 `torch.autograd.grad` and `torch.func` in the trace); `replaced.py` and `flex.py` (functions that
-cannot be traced), `checks.py` (checks that only raise); `known.py` (values of constants);
+cannot be traced), `expert_loops.py` with `expert_bodies.py` (loops over experts), `checks.py`
+(checks that only raise); `known.py` (values of constants);
 `quiet.py` (what torch prints); `grad_modes.py` (gradients off), `regions.py` (autocast off),
 `seeds.py` (generators that forward seeds).
 May import `names.py`, `findings.py` and `python_state` of `capture`, and what `capture` may import.

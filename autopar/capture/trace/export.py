@@ -39,6 +39,7 @@ from autopar.capture.trace.derivatives import (
     derivatives_traced,
 )
 from autopar.capture.trace.equal_layers import EqualLayers, layers_of
+from autopar.capture.trace.expert_loops import join_loops
 from autopar.capture.trace.flex import flex_attention_traced
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.grad_modes import GradModes
@@ -62,8 +63,13 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = (str(Path(__file__).parents[1]), str(Path(operators.__file__).parent))
+_LOOP_HINT = (
+    "a loop over all experts without branches that depend on data: one without rows adds nothing "
+    "(docs/models.md)"
+)
 _EXPERTS_HINT = (
-    "experts: torch.bmm(weight[ids], x.unsqueeze(-1)), where no matrix is copied per row"
+    "experts: torch.bmm(weight[ids], x.unsqueeze(-1)), where no matrix is copied per row, "
+    f"F.grouped_mm of sorted rows, or {_LOOP_HINT}"
 )
 _DATA_DEPENDENT_HINT = (
     "use masks and torch.where, so that every shape is known before the step (counts: index_add_ "
@@ -75,8 +81,8 @@ _MEANINGS = {"GuardOnDataDependent": "what runs depends on the values of a tenso
 _OF_VALUES: tuple[tuple[str, str], ...] = (
     (
         "GuardOnDataDependent",
-        "a branch depends on tensor values; use torch.where or tensor arithmetic instead, or a "
-        "buffer for what never changes",
+        "a branch depends on tensor values; use torch.where or tensor arithmetic instead, a "
+        f"buffer for what never changes, or {_LOOP_HINT}",
     ),
     ("DynamicOutputShape", _DATA_DEPENDENT_HINT),
     ("PendingUnbackedSymbol", _DATA_DEPENDENT_HINT),
@@ -279,9 +285,10 @@ def _traced(
                 _point_to_loss(module.graph, loss_fn)
             targets_in_rows(module.graph)
             disable_checks(module.graph)
-            _check_static(model, module.graph)
     graph = inline_regions(exported.graph_module)
+    join_loops(graph)
     write_out(graph, exported, layers)
+    _check_static(model, graph)
     return Traced(
         exported, graph, reads, tuple(sorted(known.buffers)) if known else (), layers.n_copies
     )

@@ -2,9 +2,10 @@
 
 `ctc_loss` becomes autopar's operator (`operators/ctc.py`), reduced as torch does. Lists of lengths
 become tensors, targets without a batch a batch of one, targets that a mask selects rows again.
-`gaussian_nll_loss`, `cov` and `corrcoef` ask for values, and are written without that. `x.data`, a
-tensor that the trace does not know, is `x.detach()`. `x[i]` of an integer tensor `i` without dims
-asks for its value; it becomes an index of one element.
+`gaussian_nll_loss`, `cov` and `corrcoef` ask for values, and are written without that; so is
+`bincount` with `minlength`. `F.grouped_mm` becomes `expert_linear`, by the number of the group that
+a row is in. `x.data`, a tensor that the trace does not know, is `x.detach()`. `x[i]` of an integer
+tensor `i` without dims asks for its value; it becomes an index of one element.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autopar.errors import NotSupportedError
 from autopar.operators.ctc import ctc_loss
+from autopar.operators.experts import expert_linear
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
@@ -168,6 +171,32 @@ def _n_dims_read(key: Any) -> int:
     return 0 if key is None or key is ... or isinstance(key, bool) else 1
 
 
+def _grouped_mm(
+    rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """What `F.grouped_mm` computes of rows and a stack of matrices, which torch traces in bfloat16
+    alone: row r has the matrix of the group that it is in."""
+    is_stack = (rows.dim(), matrices.dim(), bias) == (2, 3, None)
+    is_one_dtype = rows.dtype == matrices.dtype == (out_dtype or rows.dtype)
+    if offs is None or not is_stack or not is_one_dtype or len(offs) != len(matrices):
+        return F.grouped_mm(rows, matrices, offs=offs, bias=bias, out_dtype=out_dtype)
+    places = torch.arange(len(rows), dtype=offs.dtype, device=offs.device)
+    y: Tensor = expert_linear(rows, matrices, torch.searchsorted(offs, places, right=True), True)
+    return y
+
+
+def _bincount(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """What `torch.bincount` computes, for ids below `minlength`; others are an error in a step."""
+    if not minlength:
+        return torch.bincount(ids, weights)
+    if weights is None:
+        added = torch.ones_like(ids, dtype=torch.int64)
+    else:
+        added = weights if weights.dtype == torch.float32 else weights.double()
+    return added.new_zeros(minlength).scatter_add(0, ids.long(), added)
+
+
 def _pack(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotSupportedError(
         "the shape of a packed sequence depends on the lengths",
@@ -189,6 +218,10 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.ctc_loss: _ctc_loss,
     torch.cov: _cov,
     torch.corrcoef: _corrcoef,
+    torch.bincount: _bincount,
+    torch.Tensor.bincount: _bincount,
+    F.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
     torch.Tensor.cov: _cov,
     torch.Tensor.corrcoef: _corrcoef,
     torch._VF._pack_padded_sequence: _pack,
@@ -216,10 +249,10 @@ def targets_in_rows(graph: fx.Graph) -> None:
         if not is_table or (lengths.target, *lengths.args[:2]) not in _counts_of(mask):
             continue
         with graph.inserting_before(selected):
-            others = _insert(graph, selected, aten.logical_not.default, mask)
-            order = _insert(graph, selected, aten.sort.stable, others, stable=True, dim=-1)
-            places = _insert(graph, selected, operator.getitem, order, 1)
-            rows = _insert(graph, selected, aten.gather.default, labels, 1, places)
+            others = insert_like(graph, selected, aten.logical_not.default, mask)
+            order = insert_like(graph, selected, aten.sort.stable, others, stable=True, dim=-1)
+            places = insert_like(graph, selected, operator.getitem, order, 1)
+            rows = insert_like(graph, selected, aten.gather.default, labels, 1, places)
         node.args = (log_probs, rows, read, written, None, *rest[1:])
 
 
@@ -234,10 +267,10 @@ def _before_casts(node: fx.Node) -> fx.Node:
     return node
 
 
-def _insert(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def insert_like(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A call at the place of `like`, with its fake value."""
     node = graph.call_function(target, args, kwargs)
     values = fx.node.map_arg(args, lambda n: n.meta["val"])
-    with like.meta["val"].fake_mode:
+    with pytree.tree_leaves(like.meta["val"])[0].fake_mode:
         node.meta = {**like.meta, "val": target(*values, **kwargs)}
     return node

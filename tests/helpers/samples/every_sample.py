@@ -27,4 +27,10 @@ SAMPLES: Mapping[str, Sequence[Sample]] = {
             True,
         ),
     ],
+    "autopar.expert_gated_mlp.default": [
+        call(x(8, 4), x(4, 8, 4), x(4, 8, 4), x(4, 4, 8), EXPERTS, "silu", False),
+        call(
+            x(8, 4), x(4, 4, 8), x(4, 4, 8), x(4, 8, 4), EXPERTS, "clamped_swiglu 1.5 0.5", True
+        ),
+    ],
 }  # fmt: skip
