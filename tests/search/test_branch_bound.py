@@ -62,3 +62,15 @@ def test_a_poor_incumbent_is_worth_a_dive() -> None:
 def test_a_good_incumbent_is_not() -> None:
     """Within a twentieth of the least bound, the least bound is always next."""
     assert found_after(1.04) == ENOUGH
+
+
+def test_what_is_far_waits_unless_its_placements_are_known() -> None:
+    """Nodes above the limit come back as they were; the next run refines them."""
+    search = BranchAndBound(0.01, 0.0, lambda solved: SIMPLEST)
+    far = node("far", 5.0, "free", solved(6))
+    placed: Any = SimpleNamespace()
+    known = replace(node("known", 5.0, "solved", solved(8)), placed=placed)
+    assert search.run([node("near", 2.0, "free", far), known], 3.0) == [far]
+    assert (search.incumbent_s, search.nodes) == (8.0, [])
+    search.run([far])
+    assert search.incumbent_s == 6.0

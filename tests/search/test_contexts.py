@@ -92,6 +92,9 @@ def test_recipes_with_cp_cut_sequences() -> None:
         assert 0 < of.layered_s < math.inf
         for stage in of.candidate.stages:
             assert len(stage.constraints.roles) == of.view.n_axes
+    narrow = pipeline_space(gpt2(), Mesh((4, 2)), HARDWARE, Options.of())
+    tensor = {of.view.axes["tp"] for of in equal_pipelines(narrow, "Megatron with SP and ZeRO-1")}
+    assert tensor == {1, 2}, "first incumbents have tp inside of a node"
 
 
 @nightly
