@@ -316,7 +316,7 @@ def measure_delayed(
 ) -> Overlap:
     """One rank's part of `--delayed`: the same step without delays and with."""
     if length := ROWS[name].length:
-        size = replace(size, n_layers=2, width=128, n_heads=4, n_positions=length)
+        size = replace(size, width=128, n_heads=4, n_positions=length)
         ids = torch.randint(
             size.vocabulary, (1, length), generator=torch.Generator().manual_seed(0)
         )
