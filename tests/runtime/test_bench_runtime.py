@@ -99,7 +99,8 @@ def test_parity_of_pipelines_with_delays(
     for name, row in measured.items():
         assert row.n_messages == N_SENT[name]
         for (time_s, free_s), (_, slow_s) in zip(row.without, row.pairs, strict=True):
-            assert 0 < free_s < slow_s and time_s > 0
+            assert time_s > 0
+            assert 0 < free_s <= slow_s  # equal where a rank was so slow that messages hide
 
 
 def test_losses_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,3 +205,4 @@ def test_seconds_of_stages_are_those_of_their_actions() -> None:
     assert [stage.forward.compute_s for stage in stages] == [2.0, 4.0, 2.0, 2.0]
     step_s = simulate(schedule, stages, 0.0).step_time_s
     assert step_s >= max(sum(seconds.values()) for seconds in own_s)
+    assert simulate(schedule, stages, 1.0).step_time_s > step_s
