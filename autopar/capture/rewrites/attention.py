@@ -1,4 +1,5 @@
-"""Attention: learned masks for one row (`repeated.py`), and dropout by position.
+"""Attention: learned masks for one row (`repeated.py`), shapes of fused kernels
+(`fused_shapes.py`), and dropout by position.
 
 With dropout it is one operator, else its parts.
 
@@ -24,6 +25,7 @@ from torch import fx
 
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.names import source_line
+from autopar.capture.rewrites.fused_shapes import for_fused_kernels
 from autopar.capture.rewrites.random import dropped, places
 from autopar.capture.rewrites.repeated import for_one_row
 from autopar.operators import ATTENTION_DROPOUT
@@ -38,8 +40,9 @@ def attention(b: Builder, call: TracedCall) -> fx.Node | None:
     if mask is not None:
         bound["attn_mask"] = for_one_row(b, mask)
     if bound["dropout_p"] == 0:
-        if bound["attn_mask"] is mask:
-            return None
+        fused = for_fused_kernels(b, call, bound)
+        if fused is not None or bound["attn_mask"] is mask:
+            return fused
         args, kwargs = fx.node.map_arg(
             (call.args, call.kwargs), lambda n: bound["attn_mask"] if n is mask else n
         )
