@@ -63,7 +63,8 @@ def fold_alike(
 ) -> list[StageProgram] | None:
     """The stages of a pipeline, all of one mesh with the same folded axis; None if they cannot.
 
-    Stages of one mesh hand tensors on as they are.
+    Stages of one mesh hand tensors on as they are. What a factor counts, each stage tells by its
+    own parameters (experts, where the router is), so two may differ about a value between them.
     """
     axes: dict[LogicalMesh, set[int]] = {}
     for program, mesh in zip(programs, meshes, strict=True):
@@ -75,7 +76,17 @@ def fold_alike(
         if len(axes[mesh]) > 1 or not _is_folded(program):
             return None
         found.append(program)
-    return found
+    orders = {
+        (mesh, b.value): b.local.folded
+        for program, mesh in zip(found, meshes, strict=True)
+        for b in program.sent
+    }
+    is_one = all(
+        orders.get((mesh, b.value), b.local.folded) == b.local.folded
+        for program, mesh in zip(found, meshes, strict=True)
+        for b in program.received
+    )
+    return found if is_one else None
 
 
 def _is_folded(program: StageProgram) -> bool:
