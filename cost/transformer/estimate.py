@@ -185,7 +185,12 @@ class StepModel:
     def passes(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """Forward and backward of one microbatch in a chunk, without ZeRO-3's collectives."""
         work, items = self.work, list(chunk.items(self.layer))
-        again = [(item, n * share) for item, n in items if (share := rerun_share(item, self.layer))]
+        stops = self.layer.software.stops_recompute
+        again = [
+            (item, n * share)
+            for item, n in items
+            if (share := rerun_share(item, self.layer)) and not (stops and item.is_last)
+        ]
         return work(items), work(items, is_backward=True) + work(again)
 
     @cached_property
