@@ -25,8 +25,9 @@ from autopar.lengths import Lengths
 from autopar.mesh import Device, Link, Mesh
 
 DEFAULT_PROFILE = "cpu-local"
-# How operators run: a kernel each, or fused with their neighbours by a compiler.
-KernelMode = Literal["eager", "compiled"]
+# How operators run: a kernel each; fused with their neighbours by a compiler, region by region; or
+# in a software's own kernels, which may have the loss too (`passes/analysis/kernels.py`).
+KernelMode = Literal["eager", "compiled", "fused", "fused+loss"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,10 @@ def resolve_on(
     links = (*(between for _ in mesh.shape[1:]), intra)
     found = link_hardware(profile, links, dtype)
     ratio = runs.interval_ratio(profile.name)
-    return replace(found, interval_ratio=ratio, software=software)
+    kernels: KernelMode = "eager"
+    if runs.fused_kernels:
+        kernels = "fused+loss" if runs.fuses_loss else "fused"
+    return replace(found, interval_ratio=ratio, kernels=kernels, software=software)
 
 
 def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:
