@@ -70,6 +70,7 @@ class Software:
     new_attention          that kernel is made for the device (cuDNN, FlashAttention-3, which
                            Transformer Engine calls), not FlashAttention-2
     fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
+    clips_gradients        gradients are clipped by their norm before each update, then zeroed
     fused_optimizer        the update of all parameters is one kernel, without temporaries
     stops_recompute        a layer that runs again stops at the last value that backward reads, so
                            its last matmul does not (torch.utils.checkpoint, `early_stop`;
@@ -110,6 +111,7 @@ class Software:
     new_attention: bool = False
     fused_kernels: bool = True
     fused_optimizer: bool = True
+    clips_gradients: bool = True
     fused_accumulation: bool = True
     stops_recompute: bool = False
     loss: Loss = "torch"

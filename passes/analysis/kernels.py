@@ -38,8 +38,8 @@ from autopar.program.graph import Operator, Program
 from autopar.program.lines import RegionNumbers, is_compilable_call, is_fused
 from autopar.rules import rule_for
 
-
 _LOSS = "aten.cross_entropy_loss.default"
+
 
 @dataclass(frozen=True)
 class FusedTraffic:
