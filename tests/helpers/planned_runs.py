@@ -14,14 +14,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import autopar
+from autopar import Manual, Mesh
 from autopar.cost.hardware import load_software
-from autopar.cost.published import read_row, read_runs
-from autopar.cost.published.rows import PublishedRun
-from autopar.manual import Manual
-from autopar.mesh import Mesh
-from autopar.options import Options
-from autopar.passes.binding.step_capture import capture_step
-from autopar.planning.plan import plan_program
+from autopar.cost.published import PublishedRun, read_row, read_runs
 from examples.bench_plan import Captured, causal
 
 # Runs whose recipe a `Manual` one expresses: no layer runs again as a whole in Megatron's way, and
@@ -59,8 +55,9 @@ def as_plan_s(run: PublishedRun) -> float:
     )  # fmt: skip
     each = min(run.devices_per_node, recipe.n_ranks)
     mesh = Mesh((recipe.n_ranks // each, each), hardware=run.profile.name)
-    options = Options.of(manual=layout, software=software.name, memory_limit="1000TiB", **words)
-    plan = plan_program(capture_step(model, inputs, Options.of(**words)), mesh, inputs, options)
+    plan = autopar.plan(
+        model, mesh, inputs, manual=layout, software=software.name, memory_limit="1000TiB", **words
+    )
     return plan.predicted.step_time_s
 
 
