@@ -19,14 +19,15 @@ from autopar.cost.hardware.profile import (
     unit_part,
     where_else,
 )
-from autopar.cost.hardware.software import software_of
+from autopar.cost.hardware.software import Software, load_software, software_of
 from autopar.errors import NotSupportedError
 from autopar.lengths import Lengths
 from autopar.mesh import Device, Link, Mesh
 
 DEFAULT_PROFILE = "cpu-local"
-# How operators run: a kernel each, or fused with their neighbours by a compiler.
-KernelMode = Literal["eager", "compiled"]
+# How operators run: a kernel each; fused with their neighbours by a compiler, region by region; or
+# in a software's own kernels, which may have the loss too (`passes/analysis/kernels.py`).
+KernelMode = Literal["eager", "compiled", "fused", "fused+loss"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32, software: str = "aut
     if mesh.links is not None and mesh.device is not None:
         rate = mesh.device.flops_per_s
         numbers = mesh.links, mesh.device, "explicit", rate, 0.0
-        return Hardware(*numbers, dtype=dtype, software=software)
+        kernels = _kernels_of(load_software(software))
+        return Hardware(*numbers, dtype=dtype, kernels=kernels, software=software)
     name = mesh.hardware if mesh.hardware is not None else detect()
     return resolve_on(load_profile(name), mesh, dtype, software)
 
@@ -118,7 +120,13 @@ def resolve_on(
     links = (*(between for _ in mesh.shape[1:]), intra)
     found = link_hardware(profile, links, dtype)
     ratio = runs.interval_ratio(profile.name)
-    return replace(found, interval_ratio=ratio, software=software)
+    return replace(found, interval_ratio=ratio, kernels=_kernels_of(runs), software=software)
+
+
+def _kernels_of(runs: Software) -> KernelMode:
+    if not runs.fused_kernels:
+        return "eager"
+    return "fused+loss" if runs.fuses_loss else "fused"
 
 
 def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:

@@ -70,7 +70,11 @@ class Software:
     new_attention          that kernel is made for the device (cuDNN, FlashAttention-3, which
                            Transformer Engine calls), not FlashAttention-2
     fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
+    clips_gradients        gradients are clipped by their norm before each update, then zeroed
     fused_optimizer        the update of all parameters is one kernel, without temporaries
+    stops_recompute        a layer that runs again stops at the last value that backward reads, so
+                           its last matmul does not (torch.utils.checkpoint, `early_stop`;
+                           Megatron-LM's own checkpoints run whole layers)
     fused_accumulation     the matmul that makes a weight's gradient adds it to earlier ones
     loss                   how cross-entropy runs
     cuda_graphs            kernels are launched from recorded graphs, at no cost of the host's
@@ -107,7 +111,9 @@ class Software:
     new_attention: bool = False
     fused_kernels: bool = True
     fused_optimizer: bool = True
+    clips_gradients: bool = True
     fused_accumulation: bool = True
+    stops_recompute: bool = False
     loss: Loss = "torch"
     cuda_graphs: bool = False
     float8: bool = False

@@ -29,9 +29,11 @@ from autopar.cost.hardware import (
     Hardware,
     KernelMode,
     ProfiledDevice,
+    Software,
     attention_flops_per_s,
     flops_per_s,
     group_on,
+    load_software,
     share_under_matmul,
     software_of,
 )
@@ -90,7 +92,7 @@ class CostModel:
     Unless it `hides`, it is an abstract machine where compute hides no communication. `kernels`:
     how operators run (`autopar/passes/analysis/kernels.py`). `imbalance`: the fullest of sharded
     experts has so many times the mean of rows. `lengths`: of packed documents.
-    `hides_tp`: collectives at a matmul run under it (`overlapped_tp` of a software).
+    `hides_tp`: collectives at a matmul run under it (`overlapped_tp` of `software`, a name).
     """
 
     mesh: LogicalMesh
@@ -101,15 +103,21 @@ class CostModel:
     imbalance: float = 1.0
     lengths: Lengths = ()
     hides_tp: bool = False
+    software: str = "autopar"
 
     @staticmethod
     def of(mesh: LogicalMesh, hardware: Hardware) -> CostModel:
         """Prices on a view of a machine."""
+        runs = software_of(hardware.software, is_gpu=hardware.is_gpu)
         return CostModel(
             mesh, hardware.dtype, kernels=hardware.kernels, imbalance=hardware.imbalance,
-            lengths=hardware.lengths,
-            hides_tp=software_of(hardware.software, is_gpu=hardware.is_gpu).overlapped_tp,
+            lengths=hardware.lengths, hides_tp=runs.overlapped_tp, software=runs.name,
         )  # fmt: skip
+
+    @property
+    def runs(self) -> Software:
+        """The software that runs the stage."""
+        return load_software(self.software)
 
     def shown(self, n_tokens: int) -> float:
         """What packed documents show of the pairs of a row of so many tokens, on average."""

@@ -22,7 +22,12 @@ from autopar.cost.memory.allocator import (
 )
 from autopar.cost.memory.course import LiveBytes, MemoryCourse, Phase, memory_course
 from autopar.cost.memory.liveness import PeakMemory, gradients_under_way, kept_bytes, peak_memory
-from autopar.cost.memory.state import StaticBytes, optimizer_time_s, static_bytes_per_param
+from autopar.cost.memory.state import (
+    StaticBytes,
+    optimizer_time_s,
+    static_bytes_per_param,
+    update_time_s,
+)
 from autopar.cost.memory.workspace import workspace_bytes
 
 __all__ = [
@@ -47,5 +52,6 @@ __all__ = [
     "peak_of_row",
     "stage_memory",
     "static_bytes_per_param",
+    "update_time_s",
     "workspace_bytes",
 ]

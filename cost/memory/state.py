@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.cost.hardware import Software
 from autopar.errors import OptionError
 from autopar.mesh import Device
 
@@ -47,6 +48,11 @@ POLICIES: dict[str, PolicyRow] = {
     "bf16-mixed-fp32-gradients": PolicyRow(2, 4, 4, 4, _MEGATRON),
     "fp64": PolicyRow(8, 8, 0, 8, "every float lifted to float64: 8 bytes each, no master copy"),
 }
+
+
+# Per parameter: clipping reads gradients for their norm, reads and writes them to scale them; then
+# they are set to zero.
+_BYTES_AROUND_UPDATE = 4 + 8 + 4
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,18 @@ def optimizer_time_s(
     return n_params_stored * touched_bytes / device.bytes_per_s + (
         n_tensors * operators * device.launch_s
     )
+
+
+def update_time_s(
+    n_params_stored: float, optimizer: str, dtype: torch.dtype, device: Device, software: Software,
+    policy: str = "model", n_tensors: int = 1,
+) -> float:  # fmt: skip
+    """Seconds of an update as a software runs it: in one kernel perhaps, after clipping."""
+    fused = f"fused-{optimizer}"
+    rule = fused if software.fused_optimizer and fused in OPTIMIZERS else optimizer
+    around_bytes = n_params_stored * _BYTES_AROUND_UPDATE * software.clips_gradients
+    time_s = optimizer_time_s(n_params_stored, rule, dtype, device, policy, n_tensors)
+    return around_bytes / device.bytes_per_s + time_s
 
 
 def _policy_row(policy: str, dtype: torch.dtype) -> PolicyRow:

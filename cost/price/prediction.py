@@ -1,6 +1,7 @@
 """What a pipeline costs: its collectives, its step time, its memory.
 
     step   = end of the simulated schedule, with the optimizer          (`timeline_of`)
+             x what the slowest of its ranks takes longer than the mean    (`slowest_of`)
     mfu    = model flops of all ranks / (n_ranks x peak flops_per_s x step)    (`predict`)
     peak   = maximum over ranks, of all stages of a rank together        (`peak_of_stage`)
 
@@ -107,7 +108,8 @@ def predict(
     interval_ratio: of the machine's software (`Hardware`).
     """
     timeline = timeline_of(pipeline, costs, optimizer, link_between)
-    busiest, step_s = timeline.busiest, timeline.step_time_s
+    busiest = timeline.busiest
+    step_s = timeline.step_time_s * costs[0].runs.slowest_of(pipeline.n_ranks)
     flops = pipeline.n_microbatches * counted_sum(
         (line.model_flops, n)
         for program in pipeline.stages

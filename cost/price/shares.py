@@ -6,6 +6,7 @@
     collective                      exposed ones, by the axes that they go over
     other collective                of tied gradients and of the loss
     wait, idle, optimizer           for messages under way; the bubble; the update
+    slowest rank                    what it takes longer than the mean (`Software.slowest_of`)
 
     step = sum of all            (the accounting of `cost/simulate/simulation.py`)
 
@@ -65,6 +66,7 @@ def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeli
     slowdown_s = totals.compute_s - math.fsum(by_kind.values()) - converted_s
     exposed, hidden = _by_axes(pipeline, costs, timeline, device)
     other_s = totals.collectives_s - math.fsum(exposed.values())
+    jitter_s = timeline.step_time_s * (costs[0].runs.slowest_of(pipeline.n_ranks) - 1)
     parts = [
         *(Share(kind, by_kind[kind]) for kind in _KINDS),
         Share("conversion", converted_s),
@@ -74,11 +76,12 @@ def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeli
         Share("wait", totals.waited_s),
         Share("idle", timeline.idle_s(device)),
         Share("optimizer", totals.update_s),
+        Share("slowest rank", jitter_s),
     ]
     least_s = 1e-9 * timeline.step_time_s  # what is left of rounding
     return StepShares(
         device,
-        timeline.step_time_s,
+        timeline.step_time_s + jitter_s,
         tuple(part for part in parts if part.time_s > least_s),
         tuple(Share("collective", s, axes) for axes, s in hidden.items() if s > least_s),
     )

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from autopar.cost.laws import CostModel
-from autopar.cost.memory import optimizer_time_s
+from autopar.cost.memory import update_time_s
 from autopar.cost.price.documents import document_lines, document_loads
 from autopar.cost.price.overlap import Calls, overlap_of, overlapped_of, slowdown_of, waited_of
 from autopar.cost.simulate import PartWork, SplitBackward, StageTimes
@@ -187,6 +187,6 @@ def _update_s(program: StageProgram, cost: CostModel, optimizer: str) -> float:
             stored[dtype] = stored.get(dtype, 0) + math.prod(parameter.stored.shape)
     device = cost.mesh.device
     return math.fsum(
-        optimizer_time_s(n_elements, optimizer, dtype, device)
+        update_time_s(n_elements, optimizer, dtype, device, cost.runs)
         for dtype, n_elements in stored.items()
     )

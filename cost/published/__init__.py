@@ -10,7 +10,7 @@ This is the highest room of `cost`: it may import all the others. It mainly hand
 """
 
 from autopar.cost.published.fit import fit, fitted_constants, interval_ratios, leave_one_out
-from autopar.cost.published.rows import read_row
+from autopar.cost.published.rows import PublishedRun, read_row
 from autopar.cost.published.runs import GOLDEN_MEMORY, SHIPPED, is_runs_file, read_runs
 from autopar.cost.published.scoring import (
     AccuracyTarget,
@@ -32,6 +32,7 @@ __all__ = [
     "ErrorSummary",
     "Ordering",
     "PublishedFigure",
+    "PublishedRun",
     "Score",
     "fit",
     "fitted_constants",

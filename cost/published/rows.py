@@ -238,6 +238,7 @@ def _shape(reader: _Reader) -> TransformerShape:
         learns_positions=None if positions is None else positions == "learned",
         latent=latent,
         dense_layers=layers - reader.count("moe_layers", moe, layers),
+        norms_heads=bool(model.get("qk_norm")) and latent is None,
     )
 
 

@@ -28,7 +28,7 @@ from autopar.cost.hardware import (
     share_under_matmul,
 )
 from autopar.cost.laws import collective_time_s, op_time_s
-from autopar.cost.memory import Footprint, Setting, footprint, optimizer_time_s
+from autopar.cost.memory import Footprint, Setting, footprint, update_time_s
 from autopar.cost.simulate import PartWork, StageTimes, TieTimes, Timeline, simulate
 from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of, stranded_bytes
 from autopar.cost.transformer.layer import LayerModel
@@ -48,9 +48,6 @@ from autopar.schedule import Action
 # Of a layer, without experts. Smaller tensors stay whole (DeepSpeed's documents of ZeRO-3:
 # stage3_param_persistence_threshold, 1e5 elements).
 _N_MATRICES = 4
-# Per parameter: clipping reads gradients for their norm, reads and writes them to scale them; then
-# they are set to zero.
-_BYTES_AROUND_UPDATE = 4 + 8 + 4
 
 
 @dataclass(frozen=True)
@@ -185,7 +182,12 @@ class StepModel:
     def passes(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """Forward and backward of one microbatch in a chunk, without ZeRO-3's collectives."""
         work, items = self.work, list(chunk.items(self.layer))
-        again = [(item, n * share) for item, n in items if (share := rerun_share(item, self.layer))]
+        stops = self.layer.software.stops_recompute
+        again = [
+            (item, n * share)
+            for item, n in items
+            if (share := rerun_share(item, self.layer)) and not (stops and item.is_last)
+        ]
         return work(items), work(items, is_backward=True) + work(again)
 
     @cached_property
@@ -221,13 +223,10 @@ class StepModel:
         return reduced, gathered
 
     def _update_s(self, chunk: Chunk) -> float:
-        software, recipe, device = self.layer.software, self.layer.recipe, self.device
-        held = parameters_of(self.layer, chunk)
-        n_stored = sum(n / recipe.shards(group) for group, n in held.items())
-        rule = "fused-adamw" if software.fused_optimizer else "adamw"
+        software, held = self.layer.software, parameters_of(self.layer, chunk)
+        n_stored = sum(n / self.layer.recipe.shards(group) for group, n in held.items())
         dtype, policy = precision_of(software)
-        around_s = n_stored * _BYTES_AROUND_UPDATE / device.bytes_per_s
-        return around_s + optimizer_time_s(n_stored, rule, dtype, device, policy)
+        return update_time_s(n_stored, "adamw", dtype, self.device, software, policy)
 
     def stage_times(self, stage: int) -> StageTimes:
         recipe, software, chunk = self.layer.recipe, self.layer.software, self.chunks[stage]

@@ -112,8 +112,10 @@ class LayerModel:
             n_times * n * (k + has_bias), "expert_dp" if n_experts else "dp",
         )  # fmt: skip
 
-    def norm(self, name: str) -> Item:
-        size, n = self.input_bytes, self.shape.hidden * (1 if self.shape.is_gated else 2)
+    def norm(self, name: str, size_bytes: float = 0.0, n_features: int = 0) -> Item:
+        """A norm of so many bytes; by default of a layer's input."""
+        size = size_bytes or self.input_bytes
+        n = n_features or self.shape.hidden * (1 if self.shape.is_gated else 2)
         if self.software.fused_kernels or not self.shape.is_gated:  # torch's LayerNorm is a kernel
             return elementwise(name, 2 * size, 3 * size, size, n_parameters=n)
         # Cast, square, mean, rsqrt, two multiplications, cast back, with copies in float32.
@@ -152,6 +154,8 @@ class LayerModel:
             yield elementwise("latent norm", 2 * size, 3 * size, size, 2, 2, n_parameters=n)
         else:
             yield self.matmul("qkv", T, q + 2 * k, h, has_bias=biased)
+            if shape.norms_heads:
+                yield self.norm("head norm", T * (q + k) * width, 2 * shape.head_dim)
         if shape.is_gated or narrow:
             size = T * (q + k) * width
             launches, passes = (1, 2) if self.software.fused_kernels else (10, 10)
@@ -198,11 +202,13 @@ class LayerModel:
         yield self.norm("mlp norm")
         if self.shape.experts is None:
             yield from self.boundary(ENTER)
-            yield from self._mlp(self.tokens, self.shape.ffn / self.recipe.tp)
-            yield from self.boundary(LEAVE)
+            *most, down = self._mlp(self.tokens, self.shape.ffn / self.recipe.tp)
+            yield from most
+            ends = (down, *self.boundary(LEAVE), self._residual("mlp residual"))
+            yield from (replace(item, is_last=True) for item in ends)
         else:
             yield from self._experts()
-        yield self._residual("mlp residual")
+            yield self._residual("mlp residual")
 
     def _mlp(self, tokens: float, ffn: float, n_experts: int = 0) -> Iterator[Item]:
         """Two or three matmuls with the activation between, once or for each expert of a rank."""

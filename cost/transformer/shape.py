@@ -52,6 +52,7 @@ class TransformerShape:
 
     dense_layers: so many of a mixture's layers, the first ones, have no experts.
     ties_head, has_biases, learns_positions: what differs from that; None: as `is_gated` says.
+    norms_heads: each head of queries and keys is normalised (Qwen3, arXiv 2505.09388, section 2).
     """
 
     layers: int
@@ -69,6 +70,7 @@ class TransformerShape:
     learns_positions: bool | None = None
     latent: Latent | None = None
     dense_layers: int = 0
+    norms_heads: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ties_head", "has_biases", "learns_positions"):
@@ -124,4 +126,5 @@ def shape_of(config: Any, seq: int) -> TransformerShape:
         is_gated=not is_plain,
         experts=experts,
         ties_head=bool(config.tie_word_embeddings),
+        norms_heads=kind.startswith("qwen3"),
     )

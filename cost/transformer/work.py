@@ -47,6 +47,7 @@ class Item:
     out_bytes     results that backward needs and later items read; recompute of layers drops them
     weight_bytes  operands of a weight's gradient, kept longer if that is computed later
     n_parameters  on a rank, before ZeRO; all ranks of the group `copies` hold them
+    is_last       the layer's backward reads nothing that it or a later item makes
     """
 
     name: str
@@ -58,6 +59,7 @@ class Item:
     weight_bytes: float = 0.0
     n_parameters: float = 0.0
     copies: Group = "dp"
+    is_last: bool = False
 
 
 def elementwise(

@@ -237,20 +237,20 @@ class Analysis:
 
     def fused_traffic(self, kernels: KernelMode) -> Mapping[str, FusedTraffic]:
         """Operator -> what it moves as a part of a kernel; nothing for those that run alone."""
-        return self._fused_traffic if kernels == "compiled" else {}
+        return {} if kernels == "eager" else self._fused_traffic(kernels)
 
-    @cached_property
-    def _fused_traffic(self) -> Mapping[str, FusedTraffic]:
+    @once
+    def _fused_traffic(self, kernels: KernelMode) -> Mapping[str, FusedTraffic]:
         if self.whole and self.parameter_names is not None:  # folded: operands are in equal places
-            return self.whole._fused_traffic
-        on = self.program, self.operators, self._kernels, self.types.tensors
-        return fused_traffic(*on, self.saved)
+            return self.whole._fused_traffic(kernels)
+        on = self.program, self.operators, self._kernels(kernels), self.types.tensors
+        return fused_traffic(*on, self.saved, kernels)
 
-    @cached_property
-    def _kernels(self) -> Kernels:
+    @once
+    def _kernels(self, kernels: KernelMode) -> Kernels:
         if self.whole:
-            return self.whole._kernels
-        return Kernels.of(self.program, self.operators, self.bias_adds)
+            return self.whole._kernels(kernels)
+        return Kernels.of(self.program, self.operators, self.bias_adds, kernels)
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""

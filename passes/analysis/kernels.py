@@ -16,6 +16,10 @@ and sums that add a bias to a matmul, because both are one call. A kernel is of 
 block, and without an operator between that no compiler takes (`autopar/codegen/regions.py`). None
 of its values depends on another one through an operator outside. Views are free.
 
+A software's own kernels (`KernelMode` "fused") go further. They keep nothing inside: backward makes
+it again from what they read, or from what they write for others. They add biases: in front of a
+kernel, or in the matmul if none follows. With "fused+loss" cross-entropy is one with its casts.
+
 This is a fact of the whole program, whatever its placements are. A reshard between two operators of
 a kernel costs its own price alone. Where stages are cut, kernels end; so a stage moves no less than
 its operators do in the whole, and sums of the whole are lower bounds.
@@ -27,11 +31,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from autopar.cost.hardware import KernelMode
 from autopar.measured import Saved
 from autopar.placement import TensorType
 from autopar.program.graph import Operator, Program
 from autopar.program.lines import RegionNumbers, is_compilable_call, is_fused
 from autopar.rules import rule_for
+
+_LOSS = "aten.cross_entropy_loss.default"
 
 
 @dataclass(frozen=True)
@@ -48,20 +55,29 @@ class FusedTraffic:
     launches: tuple[int, int, int]
 
 
+# A bias in a matmul's own kernel: backward sums its gradient. Operands: matmul, bias, sum.
+_IN_MATMUL = FusedTraffic((0.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0), (0, 1, 0))
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The kernels of a whole program.
 
     `numbers` maps operator -> its kernel; those that fuse with no other have none. `roots` maps
-    view -> the value that it shows.
+    view -> the value that it shows. `lone_biases` are sums that a software's matmuls do themselves.
     """
 
     numbers: Mapping[str, int]
     roots: Mapping[str, str]
+    lone_biases: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(program: Program, operators: Sequence[Operator], bias_adds: Collection[str]) -> Kernels:
+    def of(
+        program: Program, operators: Sequence[Operator], bias_adds: Collection[str],
+        mode: KernelMode = "compiled",
+    ) -> Kernels:  # fmt: skip
         """`bias_adds` are the sums that add a bias to a matmul (`Analysis.bias_adds`)."""
+        own_biases = mode == "compiled"
         roots: dict[str, str] = {}
         made: dict[str, _Place] = {}
         kernels: dict[str, str] = {}  # operator -> an earlier operator of its kernel, or itself
@@ -80,8 +96,10 @@ class Kernels:
                 roots |= {name: sources[0] for name in operator.outputs if sources}
                 continue
             region = regions.next(is_compilable_call(op), program.block(operator.name))
-            is_light = rule.flops is None and not rule.lower and operator.name not in bias_adds
-            own = _Place(operator.name, region if is_light and is_fused(op) else None)
+            is_light = rule.flops is None and not rule.lower
+            is_light &= not (own_biases and operator.name in bias_adds)
+            fuses = (is_light and is_fused(op)) or (mode == "fused+loss" and op == _LOSS)
+            own = _Place(operator.name, region if fuses else None)
             before = [made[name] for name in sources if name in made]
             own.depth = max((p.depth + (not own.fuses(p)) for p in before), default=0)
             made |= dict.fromkeys(operator.outputs, own)
@@ -93,7 +111,9 @@ class Kernels:
         for name in kernels:
             sizes[first(name)] = sizes.get(first(name), 0) + 1
         number = {name: k for k, name in enumerate(sizes)}
-        return Kernels({n: number[first(n)] for n in kernels if sizes[first(n)] > 1}, roots)
+        numbers = {n: number[first(n)] for n in kernels if sizes[first(n)] > 1}
+        lone = frozenset[str]() if own_biases else frozenset(bias_adds) - numbers.keys()
+        return Kernels(numbers, roots, lone)
 
 
 @dataclass
@@ -111,10 +131,12 @@ class _Place:
 
 def fused_traffic(
     program: Program, operators: Sequence[Operator], kernels: Kernels,
-    types: Mapping[str, TensorType], saved: Mapping[str, Saved],
+    types: Mapping[str, TensorType], saved: Mapping[str, Saved], mode: KernelMode = "compiled",
 ) -> dict[str, FusedTraffic]:  # fmt: skip
     """What the operators of kernels move in a program, which may be a stage of the whole."""
     made, crossing, kept = _needed(program, operators, kernels, saved)
+    if mode != "compiled":
+        return _remaking_traffic(operators, kernels, types, saved, (made, crossing))
     traffic = _Traffic(kernels, types, (made, crossing, kept))
     bare = _Traffic(kernels, types, (made, crossing, set()))
     by_kernel: dict[int, list[_Moves]] = {}
@@ -204,18 +226,18 @@ class _Traffic:
         has_grad = any(self.types[name].has_grad for name in operator.outputs)
         for i, name in enumerate(operator.inputs):
             is_own = made.get(self._root(name)) == number
-            forward.append(0.0 if is_own else self._once(number, name, "value"))
+            forward.append(0.0 if is_own else self.once(number, name, "value"))
             moved = 0.0
             if has_grad and self.types[name].has_grad and not is_own:
-                moved += self._once(number, name, "gradient")
+                moved += self.once(number, name, "gradient")
             if saved is not None and i in saved.inputs:
-                moved += self._once(number, name, "kept")
+                moved += self.once(number, name, "kept")
             backward.append(moved)
         for i, name in enumerate(operator.outputs):
             forward.append(float(name in crossing or name in kept))
             moved = float(self.types[name].has_grad and name in crossing)
             if saved is not None and i in saved.outputs:
-                moved += self._once(number, name, "kept")
+                moved += self.once(number, name, "kept")
             backward.append(moved)
         launches = self._launch(number, "forward"), has_grad and self._launch(number, "backward")
         counts = launches[0], int(launches[1]), launches[0]
@@ -224,7 +246,7 @@ class _Traffic:
     def _root(self, name: str) -> str:
         return self.kernels.roots.get(name, name)
 
-    def _once(self, number: int, name: str, what: str) -> float:
+    def once(self, number: int, name: str, what: str) -> float:
         """How much of a value a kernel moves here, which has moved other views of it before."""
         root, size_bytes = self._root(name), float(self.types[name].size_bytes)
         left = self._left.get((number, root, what), float(self.types[root].size_bytes))
@@ -236,3 +258,47 @@ class _Traffic:
         is_first = (number, phase) not in self._launched
         self._launched.add((number, phase))
         return int(is_first)
+
+
+def _remaking_traffic(
+    operators: Sequence[Operator], kernels: Kernels, types: Mapping[str, TensorType],
+    saved: Mapping[str, Saved], needed: tuple[Mapping[str, int], set[str]],
+) -> dict[str, FusedTraffic]:  # fmt: skip
+    """What kernels move that keep nothing inside. Running again is their forward."""
+    made, crossing = needed
+    traffic = _Traffic(kernels, types, (made, crossing, set()))
+    own = [operator for operator in operators if operator.name in kernels.numbers]
+    read = _read_again(own, kernels, saved, needed)
+    found = dict.fromkeys(kernels.lone_biases & {o.name for o in operators}, _IN_MATMUL)
+    for operator in own:
+        number, bare = kernels.numbers[operator.name], traffic.of(operator, None)
+        backward = list(bare.backward)
+        for i, name in enumerate((*operator.inputs, *operator.outputs)):
+            root = kernels.roots.get(name, name)
+            is_outside = i >= len(operator.inputs) or made.get(root) != number
+            if is_outside and (number, root) in read:
+                backward[i] += traffic.once(number, name, "kept")
+        found[operator.name] = replace(bare, backward=tuple(backward))
+    return found
+
+
+def _read_again(
+    operators: Sequence[Operator], kernels: Kernels, saved: Mapping[str, Saved],
+    needed: tuple[Mapping[str, int], set[str]],
+) -> set[tuple[int, str]]:  # fmt: skip
+    """(kernel, value that it reads or writes) of those that backward makes kept values from."""
+    made, crossing = needed
+    makers = {name: operator for operator in operators for name in operator.outputs}
+    seen = set[tuple[int, str]]()
+    for operator in operators:
+        if (of := saved.get(operator.name)) is None:
+            continue
+        names = [operator.inputs[i] for i in of.inputs] + [operator.outputs[i] for i in of.outputs]
+        left, number = names, kernels.numbers[operator.name]
+        while left:
+            root = kernels.roots.get(name := left.pop(), name)
+            if (number, root) not in seen:
+                seen.add((number, root))
+                if made.get(root) == number and root not in crossing:
+                    left.extend(makers[root].inputs)
+    return {(n, root) for n, root in seen if made.get(root) != n or root in crossing}

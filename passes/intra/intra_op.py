@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.cost.hardware import attention_flops_per_s
 from autopar.cost.laws import CostModel
-from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
+from autopar.cost.memory import static_bytes_per_param, update_time_s
 from autopar.cost.price import slowdown_of
 from autopar.errors import BatchError
 from autopar.passes.analysis import Analysis, Recomputable, is_searched, stored_dtype
@@ -106,13 +106,13 @@ def intra_op_problems(
     maker = CandidateMaker(pricer, limits, n_like or {}, *tables, prices.columns)
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
-    device, dtype = every[0][0].mesh.device, stored_dtype(analysis)
+    machine, dtype = every[0][0], stored_dtype(analysis)
     static = static_bytes_per_param(optimizer, dtype)
     # The optimizer updates all tensors of a dtype at once, so a tensor pays for its elements alone.
-    update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
+    on = machine.mesh.device, machine.runs
+    update = update_time_s(1.0, optimizer, dtype, *on, n_tensors=0) / dtype.itemsize
     dtypes = {info.dtype for info in program.parameters.values() if info.requires_grad}
-    launches_s = math.fsum(optimizer_time_s(0.0, optimizer, of, device) for of in dtypes)
-    machine = every[0][0]
+    launches_s = math.fsum(update_time_s(0.0, optimizer, of, *on) for of in dtypes)
     hiding = NOTHING_HIDDEN
     if machine.hides:
         share = backward_share(analysis, machine, recomputable is not None)

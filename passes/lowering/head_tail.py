@@ -45,10 +45,12 @@ def folded_axis(stage: PlacedStage) -> int | None:
     if len(over) != 1:
         return None
     (axis,), parameters = over, stage.analysis.program.parameters
+    # A stage with one block for all its copies stores parameters of the others, and has none.
+    absent = strategy.storage.keys() - parameters.keys()
     can_fold = all(
         value not in parameters and folds_of(strategy.types[value].dims, spec, axis, sizes) > 1
         for value, spec in stage.specs()
-        if _is_sequence(spec, stage.factor_kinds(value), axis)
+        if value not in absent and _is_sequence(spec, stage.factor_kinds(value), axis)
     )
     return axis if can_fold else None
 

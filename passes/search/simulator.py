@@ -210,7 +210,8 @@ class Simulator:
         # objective of both is the simulated time.
         abstract = candidate.is_recipe
         is_simulated = abstract or len(stages) > 1
-        objective_s = predicted.step_time_s if is_simulated else choices[0].objective_s
+        slowest = stages[0].cost.runs.slowest_of(pipeline.n_ranks)
+        objective_s = predicted.step_time_s if is_simulated else slowest * choices[0].objective_s
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
         return Solved(candidate, stages, predicted, objective_s, gap)
 

@@ -14,12 +14,15 @@ from transformers import (
     PreTrainedModel,
 )
 
+import autopar
+from autopar import Manual, Mesh
 from autopar.capture import capture
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from tests.helpers.harness import abstract_cost, generated_code, thread_step
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import nightly, sampled
+from tests.helpers.plans import bound_of
 
 __all__ = ["generated_code"]
 
@@ -69,3 +72,21 @@ def test_a_step_on_one_sequence(model: str, sizes: tuple[int, ...], function: st
     variables = lower(analysis, strategy, cost).variables.values()
     assert any(local.folded is not None for local in variables) == (len(sizes) == 1)
     assert thread_step(analysis, cost, strategy, batch, 0).wrong == {}
+
+
+@nightly
+def test_the_search_prices_the_order_that_runs() -> None:
+    """A stage with one block for equal ones is in head-tail order as the whole stage is, where
+    state is in shards over the ranks of a sequence."""
+    with torch.device("meta"):
+        shape = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 128}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(vocab_size=VOCABULARY, **shape, **heads)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(8, 2 * N_TOKENS, dtype=torch.int64)
+    plan = autopar.plan(
+        model, Mesh((1, 8), hardware="h100-sxm"), {"input_ids": ids, "labels": ids},
+        manual=Manual(dp=4, cp=2, zero=1, microbatch_size=1), master_weights=True,
+    )  # fmt: skip
+    assert any(program.folded is not None for program in bound_of(plan).pipeline.stages)
+    assert plan.predicted.step_time_s == pytest.approx(plan.simulate().step_time_s, rel=1e-9)

@@ -20,6 +20,7 @@ _NAMES = {
     "wait": "waits for messages",
     "idle": "bubble",
     "optimizer": "optimizer",
+    "slowest rank": "waits for the slowest rank",
 }
 
 

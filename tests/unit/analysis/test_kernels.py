@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar import Device, Link
+from autopar.cost.hardware import KernelMode
 from autopar.cost.laws import CostModel
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Analysis, FusedTraffic, cut, find_runs, fold
@@ -185,3 +186,46 @@ def test_folded_blocks_move_what_they_do_in_the_whole() -> None:
     for i, operator in enumerate(gpt2().operators):
         stand_in = folded.analysis.operators[folded.stands_for[i]]
         assert whole.get(operator.name) == of.get(stand_in.name)
+
+
+def moved(analysis: Analysis, mode: KernelMode) -> tuple[float, float]:
+    """Sizes of x (8 x 16) that fused operators move, forward and backward."""
+    of, types = analysis.fused_traffic(mode), analysis.types.tensors
+    sizes = {
+        o.name: [types[n].size_bytes / (8 * 16 * 4) for n in (*o.inputs, *o.outputs)]
+        for o in analysis.operators
+    }
+    forward, backward = (
+        sum(float(np.dot(getattr(own, part), sizes[name])) for name, own in of.items())
+        for part in ("forward", "backward")
+    )
+    return forward, backward
+
+
+def test_a_softwares_kernels_keep_nothing_inside() -> None:
+    """SwiGLU reads two values and writes one; backward reads both and a gradient, and writes two.
+    A compiler's regions keep what SiLU made, as autograd does."""
+
+    def gated(x: Tensor, weight: Tensor) -> Tensor:
+        return (functional.silu(x @ weight) * (x @ weight.t())) @ weight
+
+    analysis = analysis_of(gated)
+    assert moved(analysis, "fused") == (3.0, 5.0)
+    assert moved(analysis, "compiled") == (4.0, 6.0)
+
+
+def test_a_softwares_matmul_adds_its_bias() -> None:
+    """Forward moves nothing more, and backward reads the gradient once, for the bias."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x)).sum()
+
+    analysis = Analysis.of(captured(Biased(), {"x": torch.zeros(8, 16)}))
+    assert analysis.fused_traffic("fused").keys() == analysis.bias_adds.keys()
+    assert moved(analysis, "fused") == (0.0, 1.0)
+    assert moved(analysis, "compiled") == (0.0, 0.0), "a compiler leaves the sum as it is"

@@ -432,3 +432,29 @@ def test_the_largest_published_run() -> None:
     """1T parameters, 64 stages x 512 microbatches: 163 TFLOP/s (arXiv 2104.04473, table 1)."""
     (run,) = (run for run in read_runs().runs if run["id"] == "meg21_t1_1T")
     assert abs(log_error(read_row(run))) < 0.1
+
+
+def test_torchs_recompute_ends_before_the_last_matmul() -> None:
+    """`early_stop`: nothing reads what a layer makes there. Megatron's checkpoints run it again."""
+    recipe = Recipe(recompute="full", global_batch=1)
+    every, fewer = (
+        step(llama(2, 1024, 8, 4096), recipe, PURE, stops_recompute=stops)
+        for stops in (False, True)
+    )
+    down = next(item for item in every.layer.items if item.name == "mlp down")
+    last = [item.name for item in every.layer.items if item.is_last]
+    assert last == ["mlp down", "mlp residual"]
+    left_out_s = 2 * every.work([(down, 1)]).compute_s
+    apart_s = every.step_time_s() - fewer.step_time_s()
+    assert apart_s == pytest.approx(left_out_s) and left_out_s > 0
+
+
+def test_norms_of_heads_read_queries_and_keys() -> None:
+    shape = llama(1, 1024, 8, 4096)
+    plain, normed = (
+        LayerModel(of, Recipe(), Software()).items
+        for of in (shape, replace(shape, norms_heads=True))
+    )
+    (norm,) = [item for item in normed if item.name == "head norm"]
+    assert len(normed) == len(plain) + 1 and norm.n_parameters == 2 * 128
+    assert norm.kept_bytes == 8192 * (8 + 8) * 128 * 2

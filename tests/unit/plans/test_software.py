@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, Mesh, Plan
 from autopar.api import _options_beside
+from autopar.cost.hardware import load_software
 from autopar.cost.price import hidden_of, overlap_of
 from autopar.errors import PlanError
 from tests.helpers.commands import command, good
@@ -108,3 +109,12 @@ def test_the_search_knows_what_matmuls_hide() -> None:
     assert row.name == "activations" and row.hidden_s > 0.5 * row.time_s
     assert made.objective_s == pytest.approx(made.predicted.step_time_s, rel=1e-6)
     assert made.bound_s is not None and made.bound_s <= made.predicted.step_time_s
+
+
+def test_the_slowest_rank_decides_under_other_software() -> None:
+    """`slowest_of` times the simulated step; of autopar's own software it is not known."""
+    made, own = plan(), plan("autopar")
+    slowest = load_software("transformer-engine").slowest_of(4)
+    assert slowest > 1.01
+    assert made.predicted.step_time_s == pytest.approx(slowest * made.simulate().step_time_s)
+    assert own.predicted.step_time_s == own.simulate().step_time_s
