@@ -9,11 +9,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numba
 import pytest
 import torch
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.passes.search import time_limit
+from autopar.passes.search.time_limit import TimeLimit, TimeUp
+from autopar.passes.solvers.problem import compile_s
 from autopar.planning import Plan
 from autopar.plans import Alternative
 from autopar.report import optimality
@@ -54,6 +58,28 @@ def test_without_a_plan_the_search_ends_soon_after_the_limit(
     with pytest.raises(AutoparError, match="no plan that fits was found in twice") as caught:
         planned(time_limit_s=1.0)
     assert "raise time_limit_s" in (caught.value.hint or "")
+
+
+def test_what_is_compiled_meanwhile_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds, of which 0.2 are for what comes after the search."""
+    now_s, compiling_s = [0.0], [5.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(time_limit, "compile_s", lambda: compiling_s[0])
+    limit = TimeLimit.after(10.0)
+    limit.has_plan = True
+    with limit.running():
+        now_s[0], compiling_s[0] = 20.0, 20.0
+        limit.check()
+        assert limit.left_s == pytest.approx(4.8)
+        now_s[0] = 25.0
+        with pytest.raises(TimeUp):
+            limit.check()
+
+
+def test_seconds_of_compiling_are_counted() -> None:
+    before_s = compile_s()
+    assert numba.njit(lambda x: x + 1)(1) == 2
+    assert compile_s() > before_s
 
 
 def test_what_the_tie_gives_is_told_from_what_is_not_known() -> None:

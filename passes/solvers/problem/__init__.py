@@ -7,7 +7,7 @@ of `passes/solvers`. Mainly hands on `ChoiceProblem`, `ChoiceProblems`, `Potenti
 """
 
 from autopar.passes.solvers.problem.layout import Layout, Shape
-from autopar.passes.solvers.problem.machine_code import compiled
+from autopar.passes.solvers.problem.machine_code import compile_s, compiled
 from autopar.passes.solvers.problem.partitions import Partitions
 from autopar.passes.solvers.problem.potentials import Entries, Numbers, Potentials, Weights
 from autopar.passes.solvers.problem.problem import (
@@ -64,6 +64,7 @@ __all__ = [
     "Weights",
     "axes_of",
     "codes_of",
+    "compile_s",
     "compiled",
     "infeasible_budget",
     "make_solution",

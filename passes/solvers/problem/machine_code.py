@@ -11,8 +11,17 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import numba
+from numba.core import event
 
 F = TypeVar("F", bound=Callable[..., object])
+
+_COMPILING = event.TimingListener()
+event.register("numba:compile", _COMPILING)
+
+
+def compile_s() -> float:
+    """Seconds in which this process compiled; none where all machine code is on disk."""
+    return _COMPILING.duration if _COMPILING.done else 0.0
 
 
 def compiled(function: F) -> F:
