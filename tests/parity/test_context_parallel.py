@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -19,13 +20,15 @@ from autopar import Manual, Mesh
 from autopar.capture import capture
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, PlacementRequest, choose
-from autopar.passes.lowering import lower
+from autopar.passes.lowering import fold_alike, lower
+from autopar.program.lines import Boundary, FactorKind
 from tests.helpers.harness import abstract_cost, generated_code, thread_step
 from tests.helpers.nightly import nightly, sampled
 from tests.helpers.plans import bound_of
 
 __all__ = ["generated_code"]
 
+Kinds = tuple[tuple[FactorKind, ...], ...]
 N_TOKENS, VOCABULARY, WIDTH = 32, 64, 24
 
 
@@ -72,6 +75,24 @@ def test_a_step_on_one_sequence(model: str, sizes: tuple[int, ...], function: st
     variables = lower(analysis, strategy, cost).variables.values()
     assert any(local.folded is not None for local in variables) == (len(sizes) == 1)
     assert thread_step(analysis, cost, strategy, batch, 0).wrong == {}
+
+
+@nightly
+def test_stages_of_a_rank_agree_on_an_order() -> None:
+    """To one stage a router's experts are a dim of its weight, to another they may be a sequence;
+    what stays on a rank is not sent, so both must have it in one order."""
+    ids = torch.zeros(1, N_TOKENS, dtype=torch.int64)
+    analysis = Analysis.of(capture(llama(), {"input_ids": ids, "labels": ids}, precision="fp64"))
+    cost = replace(abstract_cost((2,)), hides=True)
+    strategy = choose(analysis, PlacementRequest(cost, 1, Constraints()), "adamw", None).strategy
+    program = lower(analysis, strategy, cost)
+    folded = next(local for local in program.variables.values() if local.folded is not None)
+    kinds = cast(Kinds, tuple(("tensor",) * len(dim) for dim in folded.factor_kinds))
+    in_order = replace(folded, folded=None, factor_kinds=kinds)
+    takes = replace(program, received=(Boundary(folded, "scores", "scores"),))
+    for sent, is_one in ((folded, True), (in_order, False)):
+        gives = replace(program, sent=(Boundary(sent, "scores", "scores"),))
+        assert (fold_alike([gives, takes], [cost.mesh] * 2) is not None) == is_one
 
 
 @nightly
