@@ -200,7 +200,8 @@ def test_the_plan_is_a_simple_one() -> None:
 def test_the_search_records_recipes_and_what_they_need() -> None:
     plan = planned("gpt2")
     recipes = {a.recipe for a in plan.data.alternatives}
-    assert recipes == {"", "data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "Megatron"}
+    of_one_axis = {"data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
+    assert recipes == {"", "Megatron", "HSDP", "FSDP x TP"} | of_one_axis
     assert parse_plan(plan.data.to_json()) == plan.data
     tight = planned("gpt2", memory_limit=600 * 1024, recompute="none", microbatches=1)
     unfit = [a for a in tight.data.alternatives if a.step_time_s is None and a.peak_bytes]
